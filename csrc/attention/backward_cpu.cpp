@@ -278,7 +278,7 @@ void backward(const AttentionBackward& p) {
 }  // namespace
 
 void attention_backward_cpu(const AttentionBackward& p) {
-  with_float(p.dtype, [&](auto type) { backward<decltype(type)>(p); });
+  with_factor<float, f16, bf16>(p.dtype, [&](auto type) { backward<decltype(type)>(p); });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -142,7 +142,7 @@ void forward(const AttentionForward& p) {
 }  // namespace
 
 void attention_forward_cpu(const AttentionForward& p) {
-  with_float(p.dtype, [&](auto type) { forward<decltype(type)>(p); });
+  with_factor<float, f16, bf16>(p.dtype, [&](auto type) { forward<decltype(type)>(p); });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -122,6 +122,13 @@ struct FromFloat<f16> {
   static HE_HOST_DEVICE f16 of(float value) { return to_f16(value); }
 };
 
+template <typename T>
+constexpr DType kDType = DType::f32;
+template <>
+constexpr DType kDType<f16> = DType::f16;
+template <>
+constexpr DType kDType<bf16> = DType::bf16;
+
 // Calls body(T{}) for the type T of `dtype`: float, f16 or bf16.
 template <typename Body>
 auto with_float(DType dtype, const Body& body) {

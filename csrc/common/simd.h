@@ -29,6 +29,17 @@ typedef uint16_t VecH __attribute__((vector_size(kWidth * 2)));
 
 #define HE_SIMD static inline __attribute__((always_inline))
 
+// Calls body(T{}) for the type T of `dtype`, one of Types. Objects of avx512_bf16 have bf16 alone:
+// other types would be those of avx512 once more.
+template <typename... Types, typename Body>
+void with_factor([[maybe_unused]] DType dtype, const Body& body) {
+#if defined(__AVX512BF16__)
+  body(bf16{});
+#else
+  ((dtype == kDType<Types> && (body(Types{}), true)) || ...);
+#endif
+}
+
 HE_SIMD VecF splat(float value) { return value - VecF{}; }
 HE_SIMD VecF select(VecI mask, VecF yes, VecF no) { return mask ? yes : no; }
 

@@ -134,13 +134,10 @@ void multiply(const DecodeLinear& p) {
 }  // namespace
 
 void decode_linear_cpu(const DecodeLinear& p) {
-  if (p.dtype == DType::f32) {
-    multiply<float, float>(p);
-  } else if (p.out_dtype == DType::f32) {
-    multiply<bf16, float>(p);
-  } else {
-    multiply<bf16, bf16>(p);
-  }
+  with_factor<float, bf16>(p.dtype, [&](auto type) {
+    using T = decltype(type);
+    p.out_dtype == DType::f32 ? multiply<T, float>(p) : multiply<T, T>(p);
+  });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -399,11 +399,7 @@ void run(const GroupedGemm& p) {
 }  // namespace
 
 void grouped_gemm_cpu(const GroupedGemm& p) {
-  if (p.dtype == DType::f32) {
-    run<float>(p);
-  } else {
-    run<bf16>(p);
-  }
+  with_factor<float, bf16>(p.dtype, [&](auto type) { run<decltype(type)>(p); });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

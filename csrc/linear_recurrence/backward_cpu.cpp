@@ -49,7 +49,7 @@ void add_row_sums(const VecF* rows, int64_t count, float* to) {
 }
 
 // A head of a tree.
-template <typename T, bool channels, bool delta>
+template <bool channels, bool delta>
 class Walk {
  public:
   explicit Walk(const LinearRecurrenceBackward& p)
@@ -136,7 +136,7 @@ class Walk {
     Columns* to = keep ? &history_[0] : &state_[0];
     Columns seen = decay_state<channels, delta>(dim_, rows_.token(first), state_, to);
     for (int64_t t = 0; t < count; ++t) {
-      const Columns v = block.load_from(p_.v.template row<T>(begin + first + t, head_));
+      const Columns v = load_row(p_.dtype, block, p_.v, begin + first + t, head_);
       updates_[t] = update_of<delta>(rows_.beta[first + t], v, seen);
       for (int j = 0; j < kVectors; ++j) {
         errors_[t].part[j] = delta ? v.part[j] - seen.part[j] : v.part[j];
@@ -159,7 +159,7 @@ class Walk {
   void step_back(int64_t begin, int64_t row, int64_t t, const Block& block, Columns* gradient) {
     const Token token = rows_.token(row);
     const Columns* state = &history_[t * dim_];
-    const Columns grad_out = block.load_from(p_.grad_out.template row<T>(begin + row, head_));
+    const Columns grad_out = load_row(p_.dtype, block, p_.grad_out, begin + row, head_);
     const Columns update = updates_[t];
     Sums sums{};
     for (int64_t i = 0; i < dim_; ++i) {
@@ -210,9 +210,7 @@ class Walk {
       grad_g_[row] += static_cast<float>(sum(of_g));
     }
     grad_beta_[row] += static_cast<float>(sum(sum_columns(of_beta)));
-    if (p_.grad_v) {
-      block.store_to(static_cast<T*>(p_.grad_v) + index_of(begin + row) * p_.v_dim, of_v);
-    }
+    if (p_.grad_v) store_row(p_.dtype, block, p_.grad_v, index_of(begin + row) * p_.v_dim, of_v);
   }
 
   // Writes the gradients of the tokens' rows, which now have the sums over all columns.
@@ -271,10 +269,10 @@ class Walk {
   int64_t head_ = 0;
 };
 
-template <typename T, bool channels, bool delta>
+template <bool channels, bool delta>
 void run(const LinearRecurrenceBackward& p) {
   const int64_t trees = std::ssize(p.plan->trees) - 1;
-  for_each_task<Walk<T, channels, delta>>(p, trees * p.v_heads, [&](int64_t task, auto& walk) {
+  for_each_task<Walk<channels, delta>>(p, trees * p.v_heads, [&](int64_t task, auto& walk) {
     walk.run(task / p.v_heads, task % p.v_heads);
   });
 }
@@ -282,9 +280,7 @@ void run(const LinearRecurrenceBackward& p) {
 }  // namespace
 
 void linear_recurrence_backward_cpu(const LinearRecurrenceBackward& p) {
-  with_options(p, [&](auto type, auto channels, auto delta) {
-    run<decltype(type), channels(), delta()>(p);
-  });
+  with_options(p, [&](auto channels, auto delta) { run<channels(), delta()>(p); });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

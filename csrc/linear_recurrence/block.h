@@ -63,6 +63,20 @@ struct Block {
   int64_t vector_size(int j) const { return std::min<int64_t>(kWidth, count - j * kWidth); }
 };
 
+// Columns of a row of type `dtype`. The type is not known to the compiler: a row is read or written
+// once for all rows of the state, and every kernel would otherwise be compiled once per type.
+[[gnu::noinline]] inline Columns load_row(DType dtype, const Block& block, const HeadRows& rows,
+                                          int64_t token, int64_t head) {
+  return with_float(
+      dtype, [&](auto type) { return block.load_from(rows.row<decltype(type)>(token, head)); });
+}
+
+[[gnu::noinline]] inline void store_row(DType dtype, const Block& block, void* rows, int64_t begin,
+                                        const Columns& c) {
+  with_float(dtype,
+             [&](auto type) { block.store_to(static_cast<decltype(type)*>(rows) + begin, c); });
+}
+
 inline int64_t num_blocks(const LinearRecurrence& p) { return (p.v_dim + kColumns - 1) / kColumns; }
 
 inline Block block_of(const LinearRecurrence& p, int64_t index) {
@@ -135,9 +149,9 @@ class ChunkRows {
 
  private:
   float load_row(const HeadRows& x, int64_t token, int64_t head, float* row, float scale) const {
-    if (p_.dtype == DType::f32) return convert_row(x.row<float>(token, head), row, scale);
-    if (p_.dtype == DType::bf16) return convert_row(x.row<bf16>(token, head), row, scale);
-    return convert_row(x.row<f16>(token, head), row, scale);
+    return with_float(p_.dtype, [&](auto type) {
+      return convert_row(x.row<decltype(type)>(token, head), row, scale);
+    });
   }
 
   template <typename T>
@@ -235,20 +249,14 @@ HE_SIMD Columns update_of(float beta, const Columns& v, const Columns& seen) {
   return c;
 }
 
-// Calls run(type, channels, delta) with the options of a recurrence as constants.
+// Calls run(channels, delta) with the options of a recurrence as constants.
 template <typename Run>
 void with_options(const LinearRecurrence& p, const Run& run) {
   const auto with_bool = [](bool value, const auto& body) {
     value ? body(std::true_type{}) : body(std::false_type{});
   };
-  const auto with_type = [&](auto type) {
-    with_bool(p.g_channels, [&](auto channels) {
-      with_bool(p.delta, [&](auto delta) { run(type, channels, delta); });
-    });
-  };
-  if (p.dtype == DType::f32) return with_type(float{});
-  if (p.dtype == DType::bf16) return with_type(bf16{});
-  with_type(f16{});
+  with_bool(p.g_channels,
+            [&](auto channels) { with_bool(p.delta, [&](auto delta) { run(channels, delta); }); });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -6,7 +6,7 @@ namespace hybridengine::HYBRIDENGINE_ISA {
 namespace {
 
 // A head of a tree, for a range of blocks of columns: the unit of work of a thread.
-template <typename T, bool channels, bool delta>
+template <bool channels, bool delta>
 class Walk {
  public:
   Walk(const LinearRecurrenceForward& p) : p_(p), rows_(p), state_(num_blocks(p) * p.k_dim) {}
@@ -42,7 +42,7 @@ class Walk {
   void run_chunk(int64_t begin, int64_t count, const Block& block, Columns* state) {
     Columns seen = decay_state<channels, delta>(p_.k_dim, rows_.token(0), state, state);
     for (int64_t t = 0; t < count; ++t) {
-      const Columns v = block.load_from(p_.v.template row<T>(begin + t, head_));
+      const Columns v = load_row(p_.dtype, block, p_.v, begin + t, head_);
       const Columns update = update_of<delta>(rows_.beta[t], v, seen);
       const Token token = rows_.token(t);
       Columns out;
@@ -53,8 +53,8 @@ class Walk {
         update_rows<channels, delta, false, true>(p_.k_dim, token, token, update, state, state, out,
                                                   seen);
       }
-      T* to = static_cast<T*>(p_.out) + ((begin + t) * p_.v_heads + head_) * p_.v_dim;
-      block.store_to(to, out);
+      const int64_t index = (begin + t) * p_.v_heads + head_;
+      store_row(p_.dtype, block, p_.out, index * p_.v_dim, out);
     }
   }
 
@@ -77,26 +77,22 @@ class Walk {
   int64_t head_ = 0, first_block_ = 0, end_block_ = 0;
 };
 
-template <typename T, bool channels, bool delta>
+template <bool channels, bool delta>
 void run(const LinearRecurrenceForward& p) {
   const int64_t trees = std::ssize(p.plan->trees) - 1, blocks = num_blocks(p);
   // Few heads for many threads: a head's columns are split, which changes no bit.
   const int64_t parts =
       std::clamp<int64_t>(2 * p.num_threads / std::max<int64_t>(trees * p.v_heads, 1), 1, blocks);
-  for_each_task<Walk<T, channels, delta>>(
-      p, trees * p.v_heads * parts, [&](int64_t task, auto& walk) {
-        const int64_t part = task % parts, head = task / parts % p.v_heads;
-        walk.run(task / parts / p.v_heads, head, blocks * part / parts,
-                 blocks * (part + 1) / parts);
-      });
+  for_each_task<Walk<channels, delta>>(p, trees * p.v_heads * parts, [&](int64_t task, auto& walk) {
+    const int64_t part = task % parts, head = task / parts % p.v_heads;
+    walk.run(task / parts / p.v_heads, head, blocks * part / parts, blocks * (part + 1) / parts);
+  });
 }
 
 }  // namespace
 
 void linear_recurrence_cpu(const LinearRecurrenceForward& p) {
-  with_options(p, [&](auto type, auto channels, auto delta) {
-    run<decltype(type), channels(), delta()>(p);
-  });
+  with_options(p, [&](auto channels, auto delta) { run<channels(), delta()>(p); });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

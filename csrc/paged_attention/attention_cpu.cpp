@@ -392,7 +392,7 @@ void attention(const PagedAttention& p) {
 }  // namespace
 
 void paged_attention_cpu(const PagedAttention& p) {
-  p.dtype == DType::bf16 ? attention<bf16>(p) : attention<float>(p);
+  with_factor<float, bf16>(p.dtype, [&](auto type) { attention<decltype(type)>(p); });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -46,7 +46,7 @@ void write(const PagedWrite& p) {
 }  // namespace
 
 void paged_write_cpu(const PagedWrite& p) {
-  p.dtype == DType::bf16 ? write<bf16>(p) : write<float>(p);
+  with_factor<float, bf16>(p.dtype, [&](auto type) { write<decltype(type)>(p); });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

@@ -36,34 +36,74 @@ VecI widened(VecB bytes) {
 #endif
 }
 
-// `full`: all kWidth lanes, known at compile time; else the last `count` tokens of a run.
-template <bool full>
-VecF load_some(const float* p, int64_t count) {
-  return full ? load(p) : load_part(p, count, 0);
+void store_mask(bool* p, VecI mask) {
+  for (int64_t i = 0; i < kWidth; ++i) p[i] = mask[i] != 0;
 }
 
-template <bool full>
-void store_some(float* p, VecF v, int64_t count) {
-  if (full) return store(p, v);
-  store_part(p, v, count);
-}
-
-template <bool full>
-void store_mask(bool* p, VecI mask, int64_t count) {
-  for (int64_t i = 0; i < (full ? kWidth : count); ++i) p[i] = mask[i] != 0;
-}
-
-template <bool full>
-VecI load_mask(const bool* p, int64_t count) {
-  VecB bytes{};
-  std::memcpy(&bytes, p, full ? kWidth : count);
+VecI load_mask(const bool* p) {
+  VecB bytes;
+  std::memcpy(&bytes, p, kWidth);
   return widened(bytes) != 0;
 }
 
-VecI first_lanes(int64_t count) {
-  VecI lane;
-  for (int i = 0; i < kWidth; ++i) lane[i] = i;
-  return lane < static_cast<int32_t>(count);
+// The last tokens of a run, fewer than a vector, as a vector whose other lanes are masked: the
+// kernels are compiled for whole vectors alone.
+class Tail {
+ public:
+  // The parameters with tokens [t, t + count) as tokens [0, kWidth).
+  [[gnu::noinline]] const PolicyLossParams& load(const PolicyLossParams& p, int64_t t,
+                                                 int64_t count) {
+    tail_ = p;
+    tail_.num_tokens = kWidth;
+    std::memset(floats_, 0, sizeof floats_);
+    std::memset(bools_, 0, sizeof bools_);
+    float* floats = floats_;
+    for (const float** input : {&tail_.log_probs, &tail_.old_log_probs, &tail_.advantages,
+                                &tail_.ref_log_probs, &tail_.entropy, &tail_.is_weights}) {
+      if (*input) *input = copy(*input + t, count, floats);
+      floats += kWidth;
+    }
+    if (p.gradient) tail_.gradient = floats;
+    if (p.entropy_gradient) tail_.entropy_gradient = floats + kWidth;
+    if (p.token_terms) tail_.token_terms = floats + 2 * kWidth;
+    if (p.token_clips) tail_.token_clips = bools_ + 2 * kWidth;
+    if (p.selected) tail_.selected = copy(p.selected + t, count, bools_ + kWidth);
+    std::memset(bools_, 1, count);
+    tail_.mask = p.mask ? copy(p.mask + t, count, bools_) : bools_;
+    return tail_;
+  }
+
+  // Writes what was computed of the tokens [t, t + count).
+  [[gnu::noinline]] void store(const PolicyLossParams& p, int64_t t, int64_t count) const {
+    if (p.gradient) copy(tail_.gradient, count, p.gradient + t);
+    if (p.entropy_gradient) copy(tail_.entropy_gradient, count, p.entropy_gradient + t);
+    for (int64_t i = 0; p.token_terms && i < kNumTokenTerms; ++i)
+      copy(tail_.token_terms + i * kWidth, count, p.token_terms + i * p.num_tokens + t);
+    for (int64_t i = 0; p.token_clips && i < 2; ++i)
+      copy(tail_.token_clips + i * kWidth, count, p.token_clips + i * p.num_tokens + t);
+  }
+
+ private:
+  template <typename T>
+  static T* copy(const T* from, int64_t count, T* to) {
+    std::memcpy(to, from, count * sizeof(T));
+    return to;
+  }
+
+  PolicyLossParams tail_;
+  float floats_[(8 + kNumTokenTerms) * kWidth];
+  bool bools_[4 * kWidth];
+};
+
+// Calls body(parameters, t) for the vectors of tokens [begin, end), from one place: it is inlined.
+template <bool writes, typename Body>
+HE_SIMD void for_vectors(const PolicyLossParams& p, int64_t begin, int64_t end, const Body& body) {
+  Tail tail;
+  for (int64_t t = begin; t < end; t += kWidth) {
+    const bool whole = t + kWidth <= end;
+    body(whole ? p : tail.load(p, t, end - t), whole ? t : 0);
+    if (writes && !whole) tail.store(p, t, end - t);
+  }
 }
 
 // Consecutive tokens of one sequence, or of any where no statistics are needed.
@@ -78,32 +118,28 @@ struct Lanes {
   VecF ppo_kl, ratio, pg, kl, entropy;
 };
 
-template <LossMode mode, bool full>
-Token<VectorOps> load_token(const PolicyLossParams& p, int64_t t, int64_t count, VecI unmasked,
+template <LossMode mode>
+Token<VectorOps> load_token(const PolicyLossParams& p, int64_t t, VecI unmasked,
                             const SequenceStats& sequence) {
   const VecF zero = splat(0);
   Token<VectorOps> token;
-  token.log_prob = select(unmasked, load_some<full>(p.log_probs + t, count), zero);
-  token.old_log_prob = select(unmasked, load_some<full>(p.old_log_probs + t, count), zero);
-  token.advantage = select(unmasked, load_some<full>(p.advantages + t, count), zero);
+  token.log_prob = select(unmasked, load(p.log_probs + t), zero);
+  token.old_log_prob = select(unmasked, load(p.old_log_probs + t), zero);
+  token.advantage = select(unmasked, load(p.advantages + t), zero);
   token.seq_log_ratio = splat(sequence.log_ratio);
   token.seq_advantage = splat(sequence.advantage);
   constexpr bool selects = mode == LossMode::clip_cov || mode == LossMode::kl_cov;
-  token.selected = selects ? load_mask<full>(p.selected + t, count) & unmasked : VecI{};
+  token.selected = selects ? load_mask(p.selected + t) & unmasked : VecI{};
   return token;
 }
 
-template <bool full>
-VecI unmasked_lanes(const PolicyLossParams& p, int64_t t, int64_t count) {
-  const VecI unmasked = p.mask ? load_mask<full>(p.mask + t, count) : ~VecI{};
-  return full ? unmasked : unmasked & first_lanes(count);
+VecI unmasked_lanes(const PolicyLossParams& p, int64_t t) {
+  return p.mask ? load_mask(p.mask + t) : ~VecI{};
 }
 
-template <bool full>
-HE_SIMD KlTerms<VectorOps> load_kl(const PolicyLossParams& p, int64_t t, int64_t count,
-                                   VecI unmasked, const Token<VectorOps>& token,
-                                   const KlOptions& options) {
-  const VecF ref = select(unmasked, load_some<full>(p.ref_log_probs + t, count), splat(0));
+HE_SIMD KlTerms<VectorOps> load_kl(const PolicyLossParams& p, int64_t t, VecI unmasked,
+                                   const Token<VectorOps>& token, const KlOptions& options) {
+  const VecF ref = select(unmasked, load(p.ref_log_probs + t), splat(0));
   return token_kl<VectorOps>(options, token.log_prob, ref);
 }
 
@@ -130,18 +166,17 @@ KlOptions kl_options(const PolicyLossParams& p) {
   return options;
 }
 
-template <LossMode mode, Parts parts, bool full>
+template <LossMode mode, Parts parts>
 void visit(const PolicyLossParams& p, const TokenLossOptions& options, const Run& run, int64_t t,
-           int64_t count, Lanes& lanes, VecF& ratio_max) {
+           Lanes& lanes, VecF& ratio_max) {
   const VecF zero = splat(0), one = splat(1);
-  const VecI unmasked = unmasked_lanes<full>(p, t, count);
-  const Token<VectorOps> token = load_token<mode, full>(p, t, count, unmasked, run.sequence);
+  const VecI unmasked = unmasked_lanes(p, t);
+  const Token<VectorOps> token = load_token<mode>(p, t, unmasked, run.sequence);
   const TokenTerms<VectorOps> terms = token_loss<mode, VectorOps>(token, options);
   VecF is_weight = one;
   if (p.is_weights)
-    is_weight = mode == LossMode::gmpo
-                    ? splat(run.sequence.is_weight)
-                    : select(unmasked, load_some<full>(p.is_weights + t, count), zero);
+    is_weight = mode == LossMode::gmpo ? splat(run.sequence.is_weight)
+                                       : select(unmasked, load(p.is_weights + t), zero);
   const VecF pg = select(unmasked, terms.loss * is_weight, zero);
   lanes.pg += pg;
   lanes.minus_clipped += unmasked & terms.clipped;
@@ -152,7 +187,7 @@ void visit(const PolicyLossParams& p, const TokenLossOptions& options, const Run
   ratio_max = max(ratio, ratio_max);
   VecF gradient = terms.gradient * is_weight, kl_value = zero, entropy = zero;
   if (parts != Parts::pg && p.ref_log_probs) {
-    KlTerms<VectorOps> kl = load_kl<full>(p, t, count, unmasked, token, kl_options<parts>(p));
+    KlTerms<VectorOps> kl = load_kl(p, t, unmasked, token, kl_options<parts>(p));
     if (parts == Parts::all && p.kl.times_ratio) {
       const VecF mean = has_sequence_ratio(mode) ? splat(run.sequence.kl) : kl.value;
       kl = times_ratio<VectorOps>(kl, mean, terms);
@@ -162,21 +197,19 @@ void visit(const PolicyLossParams& p, const TokenLossOptions& options, const Run
     gradient += p.kl_coef * kl.gradient;
   }
   if (p.entropy) {
-    entropy = select(unmasked, load_some<full>(p.entropy + t, count), zero);
+    entropy = select(unmasked, load(p.entropy + t), zero);
     lanes.entropy += entropy;
   }
-  if (p.gradient)
-    store_some<full>(p.gradient + t, select(unmasked, gradient * run.weight, zero), count);
+  if (p.gradient) store(p.gradient + t, select(unmasked, gradient * run.weight, zero));
   if (p.entropy_gradient)
-    store_some<full>(p.entropy_gradient + t,
-                     select(unmasked, splat(-p.entropy_coeff * run.weight), zero), count);
+    store(p.entropy_gradient + t, select(unmasked, splat(-p.entropy_coeff * run.weight), zero));
   if (parts != Parts::all || !p.token_terms) return;
   const VecF loss = pg + p.kl_coef * kl_value - p.entropy_coeff * entropy;
-  store_some<full>(p.token_terms + kTokenLoss * p.num_tokens + t, loss, count);
-  store_some<full>(p.token_terms + kTokenKl * p.num_tokens + t, kl_value, count);
-  store_some<full>(p.token_terms + kTokenRatio * p.num_tokens + t, ratio, count);
-  store_mask<full>(p.token_clips + t, unmasked & terms.clipped, count);
-  store_mask<full>(p.token_clips + p.num_tokens + t, unmasked & terms.clipped_lower, count);
+  store(p.token_terms + kTokenLoss * p.num_tokens + t, loss);
+  store(p.token_terms + kTokenKl * p.num_tokens + t, kl_value);
+  store(p.token_terms + kTokenRatio * p.num_tokens + t, ratio);
+  store_mask(p.token_clips + t, unmasked & terms.clipped);
+  store_mask(p.token_clips + p.num_tokens + t, unmasked & terms.clipped_lower);
 }
 
 template <LossMode mode, Parts parts>
@@ -186,10 +219,10 @@ void visit_run(const PolicyLossParams& p, const Run& run, double* totals) {
   for (int64_t block = run.begin; block < run.end; block += kBlock) {
     const int64_t end = block + kBlock < run.end ? block + kBlock : run.end;
     Lanes lanes{};
-    int64_t t = block;
-    for (; t + kWidth <= end; t += kWidth)
-      visit<mode, parts, true>(p, options, run, t, kWidth, lanes, ratio_max);
-    if (t < end) visit<mode, parts, false>(p, options, run, t, end - t, lanes, ratio_max);
+    const auto visit_at = [&](const PolicyLossParams& of, int64_t t) {
+      visit<mode, parts>(of, options, run, t, lanes, ratio_max);
+    };
+    for_vectors<true>(p, block, end, visit_at);
     totals[kPgLoss] += run.weight * sum(lanes.pg);
     totals[kKlLoss] += run.weight * sum(lanes.kl);
     totals[kEntropy] += run.weight * sum(lanes.entropy);
@@ -204,13 +237,14 @@ void visit_run(const PolicyLossParams& p, const Run& run, double* totals) {
   if (std::isnan(totals[kRatio])) totals[kRatioMax] = NAN;
 }
 
-template <LossMode mode, Parts parts>
-void visit_chunk(const PolicyLossParams& p, const Denominators& counts, int64_t begin, int64_t end,
-                 double* totals) {
+using VisitRun = void (*)(const PolicyLossParams& p, const Run& run, double* totals);
+
+void visit_chunk(const PolicyLossParams& p, VisitRun visit_run, const Denominators& counts,
+                 int64_t begin, int64_t end, double* totals) {
   for (int i = 0; i < kNumSums; ++i) totals[i] = 0;
   totals[kRatioMax] = -INFINITY;
   if (!needs_sequence_stats(p)) {
-    visit_run<mode, parts>(p, Run{begin, end, token_weight(p, counts, 1), SequenceStats{}}, totals);
+    visit_run(p, Run{begin, end, token_weight(p, counts, 1), SequenceStats{}}, totals);
     return;
   }
   for (int64_t n = find_sequence(p, begin); begin < end; ++n) {
@@ -218,7 +252,7 @@ void visit_chunk(const PolicyLossParams& p, const Denominators& counts, int64_t 
     const int64_t stop = past_end || p.cu_seqlens[n + 1] > end ? end : p.cu_seqlens[n + 1];
     const SequenceStats sequence = past_end ? SequenceStats{} : p.sequence_stats[n];
     const float weight = past_end ? 0 : token_weight(p, counts, divisor(p, n, sequence.length));
-    visit_run<mode, parts>(p, Run{begin, stop, weight, sequence}, totals);
+    visit_run(p, Run{begin, stop, weight, sequence}, totals);
     begin = stop;
   }
 }
@@ -228,21 +262,21 @@ struct SequenceLanes {
   VecF log_ratio, advantage, log_weight, kl;
 };
 
-template <LossMode mode, bool full>
-HE_SIMD void add_tokens(const PolicyLossParams& p, int64_t t, int64_t left, SequenceLanes& lanes) {
-  const VecI unmasked = unmasked_lanes<full>(p, t, left);
+template <LossMode mode>
+HE_SIMD void add_tokens(const PolicyLossParams& p, int64_t t, SequenceLanes& lanes) {
+  const VecI unmasked = unmasked_lanes(p, t);
   lanes.minus_count += unmasked;
   if (!has_sequence_ratio(mode) && mode != LossMode::gmpo) return;
-  const auto token = load_token<mode, full>(p, t, left, unmasked, SequenceStats{});
+  const auto token = load_token<mode>(p, t, unmasked, SequenceStats{});
   const VecF x =
       mode == LossMode::gmpo ? gmpo_log_ratio(token, p.options) : clamped_log_ratio(token);
   lanes.log_ratio += select(unmasked, x, splat(0));
   if (has_sequence_ratio(mode) && p.ref_log_probs && p.kl.times_ratio)
-    lanes.kl += select(unmasked, load_kl<full>(p, t, left, unmasked, token, p.kl).value, splat(0));
+    lanes.kl += select(unmasked, load_kl(p, t, unmasked, token, p.kl).value, splat(0));
   if (mode != LossMode::gmpo) return;
   lanes.advantage += token.advantage;
   if (!p.is_weights) return;
-  const VecF weight = select(unmasked, load_some<full>(p.is_weights + t, left), splat(1));
+  const VecF weight = select(unmasked, load(p.is_weights + t), splat(1));
   lanes.log_weight += select(unmasked, VectorOps::log(weight + 1e-10f), splat(0));
 }
 
@@ -252,9 +286,9 @@ SequenceStats compute_stats(const PolicyLossParams& p, int64_t begin, int64_t en
   for (int64_t block = begin; block < end; block += kBlock) {
     const int64_t stop = block + kBlock < end ? block + kBlock : end;
     SequenceLanes lanes{};
-    int64_t t = block;
-    for (; t + kWidth <= stop; t += kWidth) add_tokens<mode, true>(p, t, kWidth, lanes);
-    if (t < stop) add_tokens<mode, false>(p, t, stop - t, lanes);
+    for_vectors<false>(p, block, stop, [&](const PolicyLossParams& of, int64_t t) {
+      add_tokens<mode>(of, t, lanes);
+    });
     count -= sum(__builtin_convertvector(lanes.minus_count, VecF));
     log_ratio += sum(lanes.log_ratio);
     advantage += sum(lanes.advantage);
@@ -282,38 +316,32 @@ Denominators counted(const PolicyLossParams& p) {
   return counts;
 }
 
-template <LossMode mode, Parts parts>
-void run_parts(const PolicyLossParams& p, const Denominators& counts, int64_t chunks) {
-  parallel_for(chunks, 1, p.num_threads, [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = begin; chunk < end; ++chunk) {
-      const int64_t first = chunk * kCpuChunk, last = first + kCpuChunk;
-      visit_chunk<mode, parts>(p, counts, first, last < p.num_tokens ? last : p.num_tokens,
-                               p.partials + chunk * kNumSums);
-    }
-  });
+using ComputeStats = SequenceStats (*)(const PolicyLossParams& p, int64_t begin, int64_t end);
+
+ComputeStats stats_of(LossMode mode) {
+  if (mode == LossMode::gmpo) return compute_stats<LossMode::gmpo>;
+  if (has_sequence_ratio(mode)) return compute_stats<LossMode::gspo>;
+  return compute_stats<LossMode::reinforce>;  // the number of tokens alone
 }
 
-template <LossMode mode>
-void run(const PolicyLossParams& p) {
+void run(const PolicyLossParams& p, VisitRun visit_run) {
   if (needs_sequence_pass(p)) {
+    const ComputeStats compute_stats = stats_of(p.mode);
     const int64_t grain = kCpuChunk * p.num_sequences / (p.num_tokens + 1) + 1;
     parallel_for(p.num_sequences, grain, p.num_threads, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n)
-        p.sequence_stats[n] = compute_stats<mode>(p, p.cu_seqlens[n], p.cu_seqlens[n + 1]);
+        p.sequence_stats[n] = compute_stats(p, p.cu_seqlens[n], p.cu_seqlens[n + 1]);
     });
   }
   const Denominators counts = denominators(p, counted(p));
   const int64_t chunks = (p.num_tokens + kCpuChunk - 1) / kCpuChunk;
-  switch (wanted_parts(p)) {
-    case Parts::pg:
-      run_parts<mode, Parts::pg>(p, counts, chunks);
-      break;
-    case Parts::pg_and_kl:
-      run_parts<mode, Parts::pg_and_kl>(p, counts, chunks);
-      break;
-    case Parts::all:
-      run_parts<mode, Parts::all>(p, counts, chunks);
-  }
+  parallel_for(chunks, 1, p.num_threads, [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      const int64_t first = chunk * kCpuChunk, last = first + kCpuChunk;
+      visit_chunk(p, visit_run, counts, first, last < p.num_tokens ? last : p.num_tokens,
+                  p.partials + chunk * kNumSums);
+    }
+  });
   double totals[kNumSums] = {};
   totals[kRatioMax] = -INFINITY;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
@@ -322,6 +350,18 @@ void run(const PolicyLossParams& p) {
     if (!(part[kRatioMax] <= totals[kRatioMax])) totals[kRatioMax] = part[kRatioMax];
   }
   finish_sums(p, counts, totals);
+}
+
+template <LossMode mode>
+void run(const PolicyLossParams& p) {
+  switch (wanted_parts(p)) {
+    case Parts::pg:
+      return run(p, visit_run<mode, Parts::pg>);
+    case Parts::pg_and_kl:
+      return run(p, visit_run<mode, Parts::pg_and_kl>);
+    case Parts::all:
+      return run(p, visit_run<mode, Parts::all>);
+  }
 }
 
 }  // namespace

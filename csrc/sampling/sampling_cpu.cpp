@@ -128,15 +128,10 @@ struct Workspace {
   std::vector<float> scratch;
 };
 
-template <typename T>
 class RowSampler {
  public:
   RowSampler(const SampleTokens& p, int64_t row, Summaries& summaries)
-      : p_(p),
-        row_(row),
-        x_(static_cast<const T*>(p.logits) + row * p.row_stride),
-        params_(p, row),
-        summary_(summaries, row, params_.factor2) {}
+      : p_(p), row_(row), params_(p, row), summary_(summaries, row, params_.factor2) {}
 
   void run(Workspace& space) {
     p_.num_kept[row_] = 0;
@@ -153,20 +148,30 @@ class RowSampler {
   bool cuts_k() const { return p_.top_k[row_] > 0 && p_.top_k[row_] < p_.vocab; }
   bool cuts_p() const { return p_.top_p[row_] < 1.0f; }
 
+  // Calls use(x) with the row's logits. What else there is to do depends on no type.
+  template <typename Use>
+  auto with_logits(const Use& use) const {
+    return with_float(p_.dtype, [&](auto type) {
+      return use(static_cast<const decltype(type)*>(p_.logits) + row_ * p_.row_stride);
+    });
+  }
+
   double uniform() const {
     return philox_uniform(static_cast<uint64_t>(p_.seeds[row_]),
                           static_cast<uint64_t>(p_.positions[row_]));
   }
 
   Draw drawn(int64_t token, double total) const {
-    const double difference = double{to_float(x_[token])} - summary_.max;
-    return {token, difference / params_.temperature, total};
+    const float logit = with_logits([&](const auto* x) { return to_float(x[token]); });
+    return {token, (double{logit} - summary_.max) / params_.temperature, total};
   }
 
   Draw greedy() const {
     int64_t token = 0;
     while (!summary_.reaches(token / kBlock, summary_.max)) token += kBlock;
-    while (to_float(x_[token]) != summary_.max) ++token;
+    with_logits([&](const auto* x) {
+      while (to_float(x[token]) != summary_.max) ++token;
+    });
     return drawn(token, summary_.total);
   }
 
@@ -182,8 +187,10 @@ class RowSampler {
     }
     const int64_t begin = block * kBlock, end = std::min(begin + kBlock, p_.vocab);
     float weights[kBlock];
-    for_vectors(x_, begin, end, [&](VecF v, int64_t first) {
-      store(weights + (first - begin), weight(v - summary_.max, params_.factor2));
+    with_logits([&](const auto* x) {
+      for_vectors(x, begin, end, [&](VecF v, int64_t first) {
+        store(weights + (first - begin), weight(v - summary_.max, params_.factor2));
+      });
     });
     return drawn(begin + pick(weights, end - begin, rest), summary_.total);
   }
@@ -208,7 +215,8 @@ class RowSampler {
     const double least_z = min_p > 0.0f ? double{summary_.max / params_.z_temperature} +
                                               params_.z_unit * std::log(double{min_p})
                                         : -double{kInfinity};
-    kept.collect(x_, p_.vocab, summary_, least_logit(least_z, space.scratch));
+    const float least = least_logit(least_z, space.scratch);
+    with_logits([&](const auto* x) { kept.collect(x, p_.vocab, summary_, least); });
     kept.compute_z(params_.z_temperature);
     if (min_p > 0.0f) kept.filter([&](int64_t i) { return kept.z[i] >= least_z; });
     if (cuts_k()) kept.keep_top_k(p_.top_k[row_], space.scratch);
@@ -265,37 +273,26 @@ class RowSampler {
 
   const SampleTokens& p_;
   int64_t row_;
-  const T* x_;
   RowParams params_;
   RowSummary summary_;
 };
 
-template <typename T>
-void sample(const SampleTokens& p) {
+}  // namespace
+
+void sample_tokens_cpu(const SampleTokens& p) {
   Summaries summaries(p);
   const int64_t segments = (summaries.blocks + kSegmentBlocks - 1) / kSegmentBlocks;
   parallel_for(p.rows * segments, 1, p.num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      summarize_segment<T>(p, i / segments, i % segments, summaries);
+      with_float(p.dtype, [&](auto type) {
+        summarize_segment<decltype(type)>(p, i / segments, i % segments, summaries);
+      });
     }
   });
   parallel_for(p.rows, 1, p.num_threads, [&](int64_t begin, int64_t end) {
     Workspace space;
-    for (int64_t row = begin; row < end; ++row) RowSampler<T>(p, row, summaries).run(space);
+    for (int64_t row = begin; row < end; ++row) RowSampler(p, row, summaries).run(space);
   });
-}
-
-}  // namespace
-
-void sample_tokens_cpu(const SampleTokens& p) {
-  switch (p.dtype) {
-    case DType::bf16:
-      return sample<bf16>(p);
-    case DType::f16:
-      return sample<f16>(p);
-    default:
-      return sample<float>(p);
-  }
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

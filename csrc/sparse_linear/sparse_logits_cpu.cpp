@@ -38,7 +38,7 @@ void logits(const SparseLogits& p) {
 }  // namespace
 
 void sparse_logits_cpu(const SparseLogits& p) {
-  with_float(p.dtype, [&](auto type) { logits<decltype(type)>(p); });
+  with_factor<float, f16, bf16>(p.dtype, [&](auto type) { logits<decltype(type)>(p); });
 }
 
 }  // namespace hybridengine::HYBRIDENGINE_ISA

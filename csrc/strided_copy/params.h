@@ -26,9 +26,9 @@ HE_CPU_KERNEL(strided_copy_cpu, StridedCopyParams)
 // Both return a cudaError_t.
 int strided_copy_cuda(const StridedCopyParams& params, void* stream);
 
-// Calls body(S{}, D{}) for the types of source and destination; raw types are copied as they are.
+// Calls body(S{}, D{}) for the types of source and destination, which differ, or are one raw type.
 template <typename Body>
-auto with_copy_types(const StridedCopyParams& params, const Body& body) {
+void with_copy_types(const StridedCopyParams& params, const Body& body) {
   switch (params.src_dtype) {
     case DType::raw1:
       return body(uint8_t{}, uint8_t{});
@@ -40,7 +40,9 @@ auto with_copy_types(const StridedCopyParams& params, const Body& body) {
       return body(uint64_t{}, uint64_t{});
     default:
       return with_float64(params.src_dtype, [&](auto src) {
-        return with_float64(params.dst_dtype, [&](auto dst) { return body(src, dst); });
+        return with_float64(params.dst_dtype, [&](auto dst) {
+          if constexpr (!__is_same(decltype(src), decltype(dst))) body(src, dst);
+        });
       });
   }
 }

@@ -91,11 +91,19 @@ HE_HOST_DEVICE float engine_value(S value) {
 
 HE_HOST_DEVICE uint32_t magnitude_bits(float value) { return bits_of(value) & 0x7FFFFFFFu; }
 
-// Calls body(S, E) with values of the source's and the engine's type.
+// Calls body(S, E) with values of the source's type and of the engine's, or twice with the source's
+// where nothing is rounded: float32 holds every value.
 template <typename Body>
 auto by_dtypes(const QuantizeParams& p, const Body& body) {
   return with_float(p.src_dtype, [&](auto source) {
-    return with_float(p.engine_dtype, [&](auto engine) { return body(source, engine); });
+    using S = decltype(source);
+    if constexpr (!__is_same(S, bf16)) {
+      if (p.engine_dtype == DType::bf16) return body(source, bf16{});
+    }
+    if constexpr (!__is_same(S, f16)) {
+      if (p.engine_dtype == DType::f16) return body(source, f16{});
+    }
+    return body(source, source);
   });
 }
 
