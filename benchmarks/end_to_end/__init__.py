@@ -68,6 +68,18 @@ def run(bench: Bench) -> None:
                 **totals,
             )
         print(f"# {impl}: {rates[impl]:.0f} tokens/s, {result['peak_rss_gib']:.2f} GiB", flush=True)
+    for number, equal in enumerate(ours["equal_rewards"][1:], 1):
+        mine, theirs = (x["tokens"][number] / x["phases"][number]["step"] for x in (ours, trl))
+        bench.add(
+            "end_to_end",
+            f"step {number}",
+            OURS,
+            f"{PROMPTS}x{N} responses",
+            f", {equal:.0%} of its groups of equal rewards",
+            dtype="float32→bf16" if job["bf16"] else "float32",
+            ms_p50=ours["phases"][number]["step"] * 1e3,
+            ratio_to_best_peer=mine / theirs,
+        )
     memory = ours["peak_rss_gib"] / trl["peak_rss_gib"]
     print(f"# {rates[OURS] / rates['trl']:.2f}x TRL's tokens/s in {memory:.0%} of its memory")
 
@@ -110,6 +122,7 @@ def _train(folder: Path, job: dict) -> dict:
     return {
         "phases": [{p: s.get(f"timing_s/{p}", 0.0) for p in ("step", *PHASES)} for s in steps],
         "tokens": [s["perf/total_num_tokens"] for s in steps],
+        "equal_rewards": [s["frac_reward_zero_std"] for s in steps],  # no advantage, no gradient
         "peak_rss_gib": summary["peak_rss_gib"],
     }
 
