@@ -27,8 +27,8 @@ from hybridengine.run.session import Session
 from hybridengine.train.exchange import RowExchange, RowLocations, split_micro_batches
 from hybridengine.train.rollouts import Outcomes, Rollouts
 
-# Of the tokens of a micro-batch: from here on a pass of their own costs less than their gradients.
-_PASSIVE_SHARE = 0.125
+# Of the rows of a micro-batch: from here on a pass of their own costs less than their gradients.
+_PASSIVE_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -309,25 +309,29 @@ class DataParallel:
     def divide(self, batch: RolloutBatch, is_active: Tensor) -> RolloutBatch:
         """Have the groups of a micro-batch without an active token computed without gradient.
 
-        A micro-batch stays whole where they are few on some replica: all wait for the slowest. A
-        dummy, one response in place of none, has none to leave out.
+        A micro-batch stays whole where they have few of its rows on some replica: all wait for the
+        slowest. A dummy, one response in place of none, has none to leave out.
 
         is_active: bool [R]. Collective.
         """
         index, groups = batch.index.cpu(), batch.outcomes.groups
         found = groups[index[batch.sequence_sums(is_active.long()).cpu() > 0]]
         has_active, responses = torch.isin(groups, found), index[batch.sequence_ids.cpu()]
-        parts, shares = list[list[PackedBatch]](), list[float]()
-        for whole in batch.micro_batches:
-            rows = responses[whole.row_index.cpu()].unique()
-            passive, active = (batch.pack(rows[has_active[rows] == x].tolist()) for x in (0, 1))
-            parts.append([replace(passive, has_gradient=False), active])
-            shares.append(1 - active.input_ids.numel() / whole.input_ids.numel())
+        given = [(whole, responses[whole.row_index.cpu()]) for whole in batch.micro_batches]
+        passive_rows = [0 if x.is_dummy else (~has_active[rows]).sum().item() for x, rows in given]
+        shares = [
+            count / max(1, len(rows)) for count, (_, rows) in zip(passive_rows, given, strict=True)
+        ]
         share = torch.tensor(shares, device=self.session.device)
         dist.all_reduce(share, dist.ReduceOp.MIN)
-        divides = (share >= _PASSIVE_SHARE).tolist()
-        given = zip(batch.micro_batches, parts, divides, strict=True)
-        kept = iter([both if apart else [whole] for whole, both, apart in given])
+        divided = []
+        for (whole, rows), least in zip(given, share.tolist(), strict=True):
+            divided.append([whole])
+            if least >= _PASSIVE_SHARE:
+                here, active = rows.unique(), has_active[rows.unique()]
+                passive = replace(batch.pack(here[~active].tolist()), has_gradient=False)
+                divided[-1] = [passive, batch.pack(here[active].tolist())]
+        kept = iter(divided)
         mini_batches = [[part for _ in x for part in next(kept)] for x in batch.mini_batches]
         return replace(batch, mini_batches=mini_batches)
 

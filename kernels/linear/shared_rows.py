@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 
 from .. import _check as check
 from .._backend import choose_backend
@@ -42,10 +42,12 @@ def own_rows(
 
 
 def take_rows(hidden: Tensor, hidden_index: Tensor, caller: str = "take_rows") -> Tensor:
-    """Return hidden[hidden_index], [..., H], whose gradient is summed in float32.
+    """Return hidden[hidden_index], [..., H], whose gradient is summed in float32 on a CPU.
 
     hidden: [D, H]; hidden_index: [...] int64; caller: the operator that errors name.
     """
+    if hidden.is_cuda:  # as hidden[-1] would be the last row; and the gradient's order is fixed
+        return embedding(hidden_index, hidden)
     rows = _take_rows(hidden, hidden_index.flatten(), caller)
     return rows if hidden_index.dim() == 1 else rows.view(*hidden_index.shape, hidden.shape[1])
 

@@ -115,6 +115,7 @@ class WeightSender:
         self._linked_to: list[EngineInfo] = []
         self._group_number = 0
         self._finder: ChangeFinder | None = None
+        self._finds: tuple[int, bool | None] | None = None  # plan, whether all engines are near
         self._sent = Generations(0, 0)
         self._base: int | None = None  # version of the engines that have it
 
@@ -333,9 +334,18 @@ class WeightSender:
         layouts = self._layouts if self._layouts in known else known[0]
         if layouts != self._layouts:
             self._plan(layouts, infos[known.index(layouts)])
-        return self._on_rank0(
+        chosen = self._on_rank0(
             lambda c: c.select(infos, layouts, self._config), "choosing engines", list[EngineInfo]
         )
+        processes = [process for info in chosen for process in info.processes]
+        machines = set(map(machine_of, (*self._processes, *processes)))
+        is_near = feeders_of(self._processes, self._devices, chosen) is not None
+        local = is_near and len(machines) == 1
+        finds = self._plan_number, local if self._trainers.delta == "auto" else None
+        if finds != self._finds:
+            self._finds = finds
+            self._finder = find_changes(self._trainers, self.plan, local=local)
+        return chosen
 
     def _plan(self, layouts: dict[int, str], info: EngineInfo) -> None:
         def make(size: int, nodes: list[int]) -> ReshardPlan:
@@ -359,10 +369,6 @@ class WeightSender:
         merges = bool(self._trained.merged)
         self._transport = TrainersEnd(self._guard, self.plan, self._device, merges)
         self._transport.plan_for(self._mover.exchanges)
-        machines = {machine_of(process) for process in (*self._processes, *info.processes)}
-        is_near = feeders_of(self._processes, self._devices, [info]) is not None
-        local = is_near and len(machines) == 1
-        self._finder = find_changes(self._trainers, self.plan, local=local)
         self._plan_number = self._on_rank0(self._publish_plan, "publishing the plan", int)
 
     def _publish_plan(self, coordinator: Coordinator) -> int:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.remote.sync import sender
-from hybridengine.remote.sync.link import GroupLink
+from hybridengine.remote.sync.link import GroupLink, feeders_of
 from hybridengine.remote.sync.receiver import WeightReceiver
 from tests.ranks import Ranks
 from tests.sync.brute_force import fused_layout
@@ -35,8 +35,12 @@ def link_store(port: int) -> dist.TCPStore:
         members = sorted(member for info in infos for member in info.members())
         return {member: [i % len(trainers)] for i, member in enumerate(members)}
 
-    if over != "memory":
-        sender.feeders_of = feeders if over == "relayed" else lambda *args: None
+    def mixed(trainers, devices, infos):
+        far = any(info.index for info in infos)
+        return None if far else feeders_of(trainers, devices, infos)
+
+    links = {"relayed": feeders, "mixed": mixed, "groups": lambda *args: None, "memory": feeders_of}
+    sender.feeders_of = links[over]
     return store
 
 
@@ -74,7 +78,8 @@ def worlds(*arguments: tuple, timeout_s: float = 400.0, over: str = "groups") ->
     """Start a world for each (function, ranks, *arguments); all get the port of one store.
 
     over: the links between trainers and engines: process "groups", "memory" that all of them map,
-    or "relayed", memory of one trainer for each engine rank, as on GPUs.
+    "mixed", the latter for engine 0 alone, or "relayed", memory of one trainer for each engine
+    rank, as on GPUs.
 
     Yields (port, *worlds).
     """

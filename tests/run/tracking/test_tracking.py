@@ -261,7 +261,7 @@ def test_curves_are_redrawn_in_a_hundredth_of_the_time(tmp_path, monkeypatch):
     with Reporter(config, SimpleNamespace(is_main=True, step=0), 1000, 0) as reporter:
         while now < 1000:
             now += 1.0
-            reporter.draw_if_due()
+            reporter.draw(if_due=True)
     assert drawings == [12, 214, 416, 618, 820]
 
 
