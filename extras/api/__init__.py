@@ -160,8 +160,8 @@ class Trainer:
         self._stack = ExitStack()
         self._step: Step | None = None
         self._is_begun = self._is_finished = self._is_closed = False
-        given = {"on_step_end": on_step_end, "on_validation": on_validation, "on_save": on_save}
-        callbacks = {name: _checked(name, f) for name, f in given.items() if f is not None}
+        hooks = {"on_step_end": on_step_end, "on_validation": on_validation, "on_save": on_save}
+        callbacks = {name: _checked(name, f) for name, f in hooks.items() if f is not None}
         try:
             given = self._stack.enter_context(given_functions(reward_functions(reward)))
             self.config = load_settings(config, overrides, task, path_of(model), given)

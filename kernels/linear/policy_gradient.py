@@ -79,7 +79,7 @@ class TokenLoss(NamedTuple):
         """counts: global_num_tokens and global_num_seqs. grad_scale: the incoming gradient."""
         tokens, cu_seqlens, seq_num_tokens, settings, options, _, is_bounds = inputs
         names = ("advantages", "old_log_probs", "response_mask", "selected", "ref_log_probs")
-        advantages, old, mask, *others = kernel_tensors(
+        advantages, old, mask, selected, ref, is_weights, rollout = kernel_tensors(
             tokens, *names, "rollout_is_weights", "rollout_log_probs"
         )
         assert advantages is not None and mask is not None
@@ -106,13 +106,13 @@ class TokenLoss(NamedTuple):
         numbers = [*options, *LossCoefficients(settings.kl_coef, settings.entropy_coeff)]
         bounds = [bound for bound in is_bounds if bound is not None]
         sequences = cu_seqlens if settings.loss_mode in SEQUENCE_MODES else None
-        per_token: tuple[Any, ...] = advantages, old, mask, *others, weights
+        per_token = advantages, old, mask, selected, ref, is_weights, rollout, weights
         return TokenLoss(*per_token, sequences, [*modes], numbers, bounds)
 
     @property
     def has_bonus(self) -> bool:
         """Whether the entropy has a gradient."""
-        return LossModes(*self.modes).wants_entropy_gradient
+        return bool(LossModes(*self.modes).wants_entropy_gradient)
 
     def gradients(
         self, log_probs: Tensor, entropy: Tensor, rows: slice | Tensor, backend: str

@@ -52,7 +52,7 @@ def _distribution(logits: Tensor, token_ids: Tensor, options: RowOptions) -> tup
 
 def reference_forward(
     logits: Tensor, token_ids: Tensor, options: RowOptions, want_squares: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the results of `rows_forward`."""
     if options.group:
         logits, options = gather_vocab(logits, options)

@@ -28,7 +28,7 @@ def rows_forward(
     want_squares: bool,
     backend: str,
     cu_tokens: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log_probs [T], entropy [T] and row_stats [T, 2]: row_max and log_sum.
 
     With `want_squares` row_stats is [T, 3]: sum_p_squared, too. With `options.negate` log_probs are
@@ -53,7 +53,8 @@ def rows_forward(
             logits, token_ids, options.native(), want_squares, bad_label, cu_tokens
         )
     if not parallel:
-        return tuple(results)
+        log_probs, entropy, row_stats = results
+        return log_probs, entropy, row_stats
     ignored = token_ids == options.ignore_index
     return merge_partials(results[0], options, ignored, want_squares)
 

@@ -34,7 +34,7 @@ def _(like: Tensor) -> Tensor:
 
 def merge_partials(
     partial: Tensor, options: RowOptions, ignored: Tensor, want_squares: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Merge every rank's [T, 5] row sums (LogProbForward::partial) into the results of a row.
 
     One all-gather of 20 bytes per token and rank. Each rank merges in rank order, so all ranks get
@@ -58,8 +58,8 @@ def merge_partials(
         stats.append(((e_e * shrink.square()).sum(0) + own.square()) / total.square())
     log_probs = log_sum - d if options.negate else d - log_sum
     results = log_probs, log_sum - e_d_sum / total, *stats
-    results = tuple(value.masked_fill(ignored, 0.0).float() for value in results)
-    return *results[:2], torch.stack(results[2:], 1)
+    log_probs, entropy, *stats = (x.masked_fill(ignored, 0.0).float() for x in results)
+    return log_probs, entropy, torch.stack(stats, 1)
 
 
 def gather_vocab(logits: Tensor, options: RowOptions) -> tuple[Tensor, RowOptions]:
