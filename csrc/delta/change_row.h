@@ -54,7 +54,8 @@ HE_HOST_DEVICE ChangeRun find_run(const ChangeRow& row, int64_t index) {
     if (steps >= row.size[dim]) return outside;
     rest -= steps * row.src_stride[dim];
     dst += steps * row.dst_stride[dim];
-    next = index - rest + row.src_stride[dim];
+    const int64_t after = index - rest + row.src_stride[dim];
+    next = after < next ? after : next;  // the next step of an outer dimension may come first
   }
   if (row.size[kLast] == 1 || row.src_stride[kLast] != 1)
     return rest == 0 ? ChangeRun{index, index + 1, dst} : outside;

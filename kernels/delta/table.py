@@ -62,7 +62,7 @@ class ChangeTable:
         """Write every change into the destinations, tensors of any strides and a 16-bit dtype.
 
         Positions count elements of the storage from the first element of a tensor, as in
-        `strided_copy`.
+        `strided_copy`. No two changes write the same element.
 
         Return by how much `bit_checksum` of each destination has grown, int64 [D], if it is
         contiguous and shares no memory with another. None: it was not computed (on GPUs).

@@ -92,6 +92,23 @@ def test_a_table_moves_changes_as_strided_copy_moves_all(device, drawn, share, w
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("shape", [(2, 15, 4), (3, 5, 7, 2), (4, 3, 1), (2, 9, 3, 5)])
+def test_steps_over_an_odd_count(shape: tuple[int, ...]) -> None:
+    """Of x[:, ::2, …, :2] the next outer step begins within the step of the inner dimension."""
+    everything = torch.arange(math.prod(shape))
+    chosen = everything.view(shape)[:, ::2, ..., :2]
+    strides = torch.empty(chosen.shape).stride()
+    table = torch.tensor([row(0, 0, 0, 0, *map(list, (chosen.shape, chosen.stride(), strides)))])
+    for changes in (ChangeTable(table, torch.device("cpu")), reference_table(table)):
+        given = [everything], [everything.bfloat16()]
+        positions, mapped = changes.map(*given)
+        written = torch.full(chosen.shape, -1.0, dtype=torch.bfloat16)
+        changes.scatter(*given, [written])
+        assert torch.equal(positions, torch.arange(chosen.numel()))
+        assert torch.equal(mapped, chosen.flatten().bfloat16())
+        assert torch.equal(written, chosen.bfloat16())
+
+
 def test_addresses_beyond_32_bits() -> None:
     """A slice of a source and a destination with more than 2^32 elements, none of which exist."""
     table = torch.tensor([row(0, 0, 5, 9, [3, 1 << 33], [1 << 34, 1], [1 << 33, 1])])

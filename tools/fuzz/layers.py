@@ -134,7 +134,7 @@ def causal_conv1d_update(d: Draw) -> list:
     width, slots = d.pick((2, 3, 4)), tokens + d.size(3)
     cache = d.floats(slots, width, channels, dtype=dtype)[:, 1:]
     x, weight = d.floats(tokens, channels, dtype=dtype), d.floats(channels, width, dtype=dtype)
-    return [d.rows(x), weight, cache, torch.randperm(slots)[:tokens].int(), d.chance(0.5)]
+    return [d.rows(x), weight, cache, torch.randperm(slots, generator=d.torch)[:tokens].int(), d.chance(0.5)]
 
 
 def causal_conv1d_backward(d: Draw) -> list:
@@ -166,7 +166,7 @@ def linear_recurrence_update(d: Draw) -> list:
     count = len(q) + d.size(3)
     states = d.floats(count, v.shape[1] * q.shape[2] * v.shape[2] + 1)[:, 1:]
     states = states.unflatten(1, (v.shape[1], q.shape[2], v.shape[2]))
-    slots = torch.randperm(count)[: len(q)].int()
+    slots = torch.randperm(count, generator=d.torch)[: len(q)].int()
     return [q, k, v, g, beta, states, slots, 0.3, d.chance(0.5), d.chance(0.5)]
 
 
