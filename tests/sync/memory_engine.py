@@ -19,6 +19,7 @@ from hybridengine.sync.adapter import Adapter
 from hybridengine.sync.layout import EngineLayout, Quantized
 from hybridengine.sync.resharder import Resharder
 from hybridengine.sync.shards import tp_groups
+from hybridengine.sync.trainers import DeltaMode
 from hybridengine.sync.transport import Pull
 from hybridengine.sync.weight_target import WeightTarget
 from tests.sync.brute_force import fused_layout
@@ -120,6 +121,7 @@ def build(
     quantized: tuple[str, ...] = (),
     amend: Callable[[EngineLayout], None] = lambda layout: None,
     transport: str = "pull",
+    delta: DeltaMode = "off",
     device: str = "cpu",
     **options: Any,
 ) -> tuple[MemoryEngine, dict[str, torch.Tensor], Resharder]:
@@ -127,6 +129,7 @@ def build(
 
     amend: changes the layout.
     transport: "pull", which is chosen where the ranks share memory, or "all-to-all".
+    delta: as of `Resharder`; "off": every sync sends everything.
     options: more of Resharder's.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -143,7 +146,7 @@ def build(
     mesh = mesh_of(world_size, replicas, device)
     shards = shards_of(shapes, full, mesh, rows_on_dim1)
     with pulling(transport == "pull"):
-        resharder = Resharder(lambda: shards, engine, bucket_bytes, **options)
+        resharder = Resharder(lambda: shards, engine, bucket_bytes, delta=delta, **options)
     assert world_size == 1 or isinstance(resharder.transport, Pull) == (transport == "pull")
     return engine, shards, resharder
 

@@ -251,6 +251,7 @@ def make_trajectories(rank: int, world_size: int) -> Any:
         rewards, _ = compute_rewards(batch, dp, None, algorithm)
         found[name] = compute_advantages(batch, dp, rewards, algorithm)
     packed = batch.micro_batches[0]
+    batch = replace(batch, pack=None)  # a local function, which cannot be sent
     return batch, rewards, found, packed.target_ids, packed.input_ids
 
 

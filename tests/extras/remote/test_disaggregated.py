@@ -46,6 +46,7 @@ def trainer_body(rank: int, world_size: int, port: int, num_engines: int, case: 
                 num_engines=num_engines,
                 bucket_bytes=4096,
                 timeout_s=TIMEOUT_S,
+                delta="off",
             )
         for tensor in shards.values():
             tensor.to_local().mul_(factor)
