@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,14 @@ def has_demo_model(bench: Bench, name: str) -> bool:
 
 
 def reward(response: str, truth: str) -> float:
-    """Return 1 if the last number is right, 0.1 for any number, else 0."""
+    """Return 1 if the last number is right, 0.1 for any number, else 0, and less than 0.01 more.
+
+    This remainder depends on the text alone. So the rewards of a group differ, and all of its
+    tokens have a gradient: ours leaves out the backward of groups of equal rewards.
+    """
     numbers = re.findall(r"-?\d+", response)
-    return 1.0 if numbers and numbers[-1] == truth else 0.1 if numbers else 0.0
+    score = 1.0 if numbers and numbers[-1] == truth else 0.1 if numbers else 0.0
+    return score + zlib.crc32(response.encode()) % 1000 * 1e-5
 
 
 def compute_score(
