@@ -134,7 +134,13 @@ def causal_conv1d_update(d: Draw) -> list:
     width, slots = d.pick((2, 3, 4)), tokens + d.size(3)
     cache = d.floats(slots, width, channels, dtype=dtype)[:, 1:]
     x, weight = d.floats(tokens, channels, dtype=dtype), d.floats(channels, width, dtype=dtype)
-    return [d.rows(x), weight, cache, torch.randperm(slots, generator=d.torch)[:tokens].int(), d.chance(0.5)]
+    return [
+        d.rows(x),
+        weight,
+        cache,
+        torch.randperm(slots, generator=d.torch)[:tokens].int(),
+        d.chance(0.5),
+    ]
 
 
 def causal_conv1d_backward(d: Draw) -> list:
