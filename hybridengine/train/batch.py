@@ -317,7 +317,9 @@ class DataParallel:
         index, groups = batch.index.cpu(), batch.outcomes.groups
         found = groups[index[batch.sequence_sums(is_active.long()).cpu() > 0]]
         has_active, responses = torch.isin(groups, found), index[batch.sequence_ids.cpu()]
-        given = [(whole, responses[whole.row_index.cpu()]) for whole in batch.micro_batches]
+        parts = [whole.row_index for whole in batch.micro_batches]
+        of_rows = responses[torch.cat(parts).cpu()].split([len(part) for part in parts])
+        given = list(zip(batch.micro_batches, of_rows, strict=True))
         passive_rows = [0 if x.is_dummy else (~has_active[rows]).sum().item() for x, rows in given]
         shares = [
             count / max(1, len(rows)) for count, (_, rows) in zip(passive_rows, given, strict=True)
